@@ -100,8 +100,7 @@ def describe_model(config: ExperimentConfig) -> dict[str, object]:
     description = model_description(config)
     if description is None:
         raise ValueError(
-            f"model.path: {config.model.path} holds no config.json; no other "
-            "file of the model is needed"
+            f"model.path: {config.model.path} holds no config.json; no other file of the model is needed"
         )
     refuse("the experiment does not fit its model", check_against_model(config, description))
     return description

@@ -103,8 +103,7 @@ def llama3_refusals(scaling: HfConfig) -> list[str]:
     if {key: scaling.get(key) for key in _LLAMA3_SCALING} == _LLAMA3_SCALING:
         return []
     return [
-        f"rope scaling {scaling} is not supported; supported: none, or "
-        f"{_LLAMA3_SCALING} with any factor"
+        f"rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any factor"
     ]
 
 
@@ -124,12 +123,9 @@ def yarn_refusals(
     missing = [key for key in needed if not scaling.get(key)]
     read = {*needed, *_ROPE_READ, *more}
     others = sorted(key for key in scaling.keys() - read if scaling[key] is not None)
-    problems = (
-        [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"] if missing else []
-    )
-    return problems + (
-        [f"rope scaling 'yarn' with {', '.join(others)} is not supported"] if others else []
-    )
+    lacks = [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"]
+    more_than = [f"rope scaling 'yarn' with {', '.join(others)} is not supported"]
+    return lacks * bool(missing) + more_than * bool(others)
 
 
 def every_scaling_refused(scaling: HfConfig) -> list[str]:

@@ -281,8 +281,7 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     names = f"{family.LAYERS}{first}" + f" to {first + layers - 1}" * (layers > 1)
     return [
         *found,
-        f"{layers} multi-token-prediction layer{'s' * (layers > 1)} ({names}), which only "
-        "speculate",
+        f"{layers} multi-token-prediction layer{'s' * (layers > 1)} ({names}), which only speculate",
     ]
 
 

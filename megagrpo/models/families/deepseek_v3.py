@@ -1,8 +1,6 @@
 """DeepSeek-V3, R1, Kimi-K2, Kimi-K2.5, Moonlight and GLM-4.7-Flash: multi-head latent attention,
 experts as in sigmoid_moe.py."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from megagrpo.models.config_json import (

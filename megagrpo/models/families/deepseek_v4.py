@@ -5,8 +5,6 @@ Config.json is read in the published spelling. Multi-token-prediction layers (mt
 An indexer is frozen, as in sparse_attention.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from megagrpo.models.config_json import (

@@ -5,8 +5,6 @@ The text part of published files: the vision tower and the multi-token-predictio
 loaded. The indexer is frozen, as in sparse_attention.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megagrpo.models.config_json import HfConfig, every_scaling_refused, other_values

@@ -42,8 +42,7 @@ class GptOss(Family):
         kinds = hf["layer_types"]
         if len(kinds) != hf["num_hidden_layers"] or set(kinds) - {_WINDOWED, _WHOLE}:
             problems.append(
-                f"layer_types must name {_WINDOWED!r} or {_WHOLE!r} for each of "
-                f"{hf['num_hidden_layers']} layers"
+                f"layer_types must name {_WINDOWED!r} or {_WHOLE!r} for each of {hf['num_hidden_layers']} layers"
             )
         if not (isinstance(hf["sliding_window"], int) and hf["sliding_window"] > 0):
             problems.append(f"sliding_window {hf['sliding_window']!r} must be a number of tokens")

@@ -4,8 +4,6 @@ positions; experts as in sigmoid_moe.py, under names of its own.
 The norm of latents has the model's epsilon, as in engines; transformers' own gives it 1e-6.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

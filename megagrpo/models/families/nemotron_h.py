@@ -7,8 +7,6 @@ transformers' torch path bounds Mamba's steps below by `time_step_min`, and of s
 states of later ones to earlier ones; its kernels and engines do neither, nor does this.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megagrpo.models.architecture import Part

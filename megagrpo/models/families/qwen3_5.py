@@ -5,8 +5,6 @@ Published files of Qwen3.5 are of vision-language models, whose tower (model.vis
 nor are multi-token-prediction layers (mtp.*) of any.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -74,8 +74,7 @@ def group_refusals(hf: HfConfig) -> list[str]:
         return []
     if experts % groups or not 1 <= top <= groups:
         return [
-            f"n_group {groups} must divide n_routed_experts {experts}, and topk_group "
-            f"{top} be at most n_group"
+            f"n_group {groups} must divide n_routed_experts {experts}, and topk_group {top} be at most n_group"
         ]
     if chosen // top != _GROUP_SCORE_EXPERTS:
         return [

@@ -5,8 +5,6 @@ distribution of attention) would move the choice away from the engines'. GLM-5 f
 reinforcement learning as well (arXiv 2602.15763).
 """
 
-from __future__ import annotations
-
 from megagrpo.models.config_json import HfConfig, other_values
 from megagrpo.models.families.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from megagrpo.models.kinds.indexed.describe import LightningIndexer

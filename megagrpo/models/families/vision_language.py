@@ -1,8 +1,6 @@
 """Families that see: Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE, each its text family with a vision
 tower before it."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from megagrpo.models.config_json import HfConfig, every_scaling_refused

@@ -50,9 +50,8 @@ def quantization_problems(hf: HfConfig) -> list[str]:
         and all(isinstance(n, int) and n > 0 for n in block)
     ):
         problems.append(
-            f"{_KEY}: weight_block_size is {block!r}, but FP8 is read in blocks only, [rows, "
-            "columns] with one scale "
-            "each (as [128, 128] of DeepSeek-V3)"
+            f"{_KEY}: weight_block_size is {block!r}, but FP8 is read in blocks only, "
+            "[rows, columns] with one scale each (as [128, 128] of DeepSeek-V3)"
         )
     if described.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         problems.append(f"{_KEY}: fmt {described['fmt']!r} is not read; supported: e4m3")

@@ -1,7 +1,5 @@
 """Gated residual by its numbers (SGLang's layers/hyperconnection.py, class GatedResidual)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

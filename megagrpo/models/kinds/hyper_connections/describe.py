@@ -16,10 +16,7 @@ class HyperConnections(ResidualStreams):
     """Holds the number of residual streams, and how their mixing is made doubly stochastic."""
 
     NORMS = True
-    ON_GPUS = (
-        "SGLang mixes residual streams by TileLang's kernels only (its "
-        "kernels/ops/layernorm/mhc.py)"
-    )
+    ON_GPUS = "SGLang mixes residual streams by TileLang's kernels only (its kernels/ops/layernorm/mhc.py)"
     PLACES: ClassVar = {"hc_attn": "hc_attn.", "hc_ffn": "hc_ffn."}
     HEAD = "model.hc_head."
     COPIES = 3

@@ -6,7 +6,7 @@ pools (GLM-5.3-Flash). Else those get Megatron's own core, absorbed, whose kerne
 only. Both have the same indexer and parameter names.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -35,13 +35,15 @@ from torch.nn import functional as F
 from megagrpo.models.config_json import YARN_KEYS
 from megagrpo.models.kinds.grouped_query.layer import (
     CausalAttention,
-    PackedSequences,
     padded_sequences,
     whole_sequences,
 )
 from megagrpo.models.kinds.indexed.describe import BLOCK
 from megagrpo.models.kinds.recurrent import again
 from megagrpo.models.layers.whole_linear import WholeLinear, whole_parameter
+
+if TYPE_CHECKING:
+    from megagrpo.models.kinds.pooled.layer import MeanIndexer
 
 _YARN = YARN_KEYS[1:]  # which Megatron names alike; the factor has another name
 _NORM_EPSILON = 1e-6  # of the published code and of engines, whatever the model's norms have
@@ -153,18 +155,6 @@ class Indexer(torch.nn.Module):
         return (values * (gates + self.index_kpool_compress_ape).softmax(1)).sum(1)
 
 
-class Chooser(Protocol):
-    """Is what chooses keys."""
-
-    def forward_before_topk(
-        self, x: Tensor, qr: Tensor, packed_seq_params: PackedSequences | None, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and weights of heads."""
-
-    def pooled(self, keys: Tensor, /) -> Tensor:
-        """Returns the keys of whole pools, from the tokens'."""
-
-
 class SparseAttention(CausalAttention):
     """Attends to the chosen keys, sequence by sequence, under masks of a block of queries, which the
     backward makes again. A query also sees the keys behind the last whole pool before it."""
@@ -176,7 +166,7 @@ class SparseAttention(CausalAttention):
         config: TransformerConfig,
         layer_number: int,
         *args,
-        indexer: Chooser | None,
+        indexer: "Indexer | MeanIndexer | None",
         topk: int,
         pool: int,
         source: int = 0,
