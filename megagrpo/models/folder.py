@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.stored.files import INDEX, SINGLE, StoredTensors
+from megagrpo.models.stored.files import StoredTensors
 from megagrpo.models.stored.quantization import fp8_config
 from megagrpo.models.table import (
     FAMILIES,
@@ -45,8 +45,7 @@ _COMPARED_ROWS = 256  # of an output layer with the input embedding
 # what is in the names of tensors that no family reads, and what to do
 _REMEDIES = {
     ".lora_": MERGE,
-    ".mlp.experts.gate_up_proj": "experts are fused here: name the published model, whose experts "
-    "are apart",
+    ".mlp.experts.gate_up_proj": "experts are fused here: name the published model, whose experts are apart",
 }
 
 
@@ -86,8 +85,9 @@ class Model:
         return architecture_of(self.description, self.draft, f"{self.folder / 'config.json'}: ")
 
     def refuse_weights(self) -> None:
-        """Raises ValueError, naming the file, if weights are there and do not fit config.json."""
-        if any((self.folder / name).exists() for name in (INDEX, SINGLE)):
+        """Raises ValueError, naming the file, if weights are there, in whichever format, and are not
+        those of config.json in safetensors files."""
+        if any(is_weights(file) for file in self.folder.iterdir()):
             refuse_tensors(self.folder, self.arch, StoredTensors.read(self.folder))
 
     @property
@@ -128,23 +128,24 @@ def refuse_tensors(folder: Path, arch: Architecture, stored: StoredTensors) -> N
             continue
         problem = f"{folder}: tensor {name} has the shape {shape}, but {spec.shape} by config.json"
         if spec.expert and len(shape) == 3:  # fused, as in Qwen3-VL-MoE
-            problem += (
-                "; transformers 5 saves experts transposed: name the "
-                "published model, or transpose them back"
-            )
+            problem += "; transformers 5 saves experts transposed: name the published model, or transpose them back"
         raise ValueError(problem)
     if arch.tied and (head := stored.shown.get("lm_head.weight")):
         name = FAMILIES[arch.family].stored_name("model.embed_tokens.weight")
         if not head.like(stored.shown[name], _COMPARED_ROWS):
             raise ValueError(
                 f"{folder}: config.json says tie_word_embeddings, but lm_head.weight is not {name}: "
-                "set tie_word_embeddings: false there to train and export this output "
-                "layer, or remove lm_head.weight"
+                "set tie_word_embeddings: false there to train and export this output layer, or remove lm_head.weight"
             )
 
 
 def _named(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+
+
+def is_weights(file: Path) -> bool:
+    """Tells whether a file of a model folder has weights, or is an index of some."""
+    return file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
 
 
 def copy_file(file: Path, source: Path, folder: Path) -> None:
@@ -175,11 +176,7 @@ def write_description(
         )
     folder.mkdir(parents=True, exist_ok=True)
     for file in (*like.iterdir(), *like.glob(TEMPLATES)):
-        if (
-            file.is_file()
-            and file.suffix not in _WEIGHT_SUFFIXES
-            and not file.name.endswith(".index.json")
-        ):
+        if file.is_file() and not is_weights(file):
             copy_file(file, like, folder)
     config = exported_config(read_description(like / "config.json"), draft)
     if dtype is not None:

@@ -36,6 +36,8 @@ from tests.experiments import QUICKSTART, ROOT, experiment, python, read_experim
         ("rollout.sglang.dp_size=2.5", "must be at least 1, and a whole number"),
         ("rollout.sglang.hicache_ratio=x", "must be at least 0, and a number"),
         ("rollout.sglang.page_size=0", "must be at least 1"),
+        ("rollout.sglang.decode_log_interval=0", "must be at least 1"),
+        ("rollout.sglang.stream_interval=0", "must be at least 1"),
     ],
 )
 def test_a_number_that_no_library_takes_is_refused_by_its_key(setting, said):

@@ -123,6 +123,14 @@ def test_an_interrupted_download_is_found(prepared):
     assert problem == f"sft.model: {START}/{shard}: missing, but {INDEX} names it: the download is incomplete"
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "pytorch_model.bin", "model.gguf"])
+def test_weights_that_no_trainer_reads_are_no_description(prepared, name):
+    tiny_model(START)
+    (START / "model.safetensors").rename(START / name)
+    [problem] = preflight(read_experiment(QUICKSTART))
+    assert problem == f"sft.model: {refused_at_load(START)}" and "has neither model.safetensors nor" in problem
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json", "tokenizer.json"])
 def test_pointers_of_git_lfs_are_named(prepared, name):
     tiny_model(START)

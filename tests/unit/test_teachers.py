@@ -19,6 +19,7 @@ from megagrpo.config.data import DataConfig
 from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.data.rows import read_rows
 from megagrpo.mesh import LeaderError
+from megagrpo.models.stored.files import INDEX
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import ServiceStatus
@@ -189,8 +190,10 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
         "more": {"path": folder("more", ids | {"c": 3})},
         "small": {"path": folder("small", ids, size=2)},
         "unpadded": {"path": folder("unpadded", ids, size=7)},
+        "cut": {"path": folder("cut", ids)},
         "missing": {"path": str(tmp_path / "missing")},
     }
+    (tmp_path / "cut" / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "model-2.safetensors"}}))
     config = distilled(teachers)
     model = config.model.model_copy(update={"path": folder("model", ids)})
     said = preflight(config.model_copy(update={"model": model}))
@@ -200,6 +203,7 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
     assert "differs in 'c'" in found["more"][0]
     assert "2 embeddings (vocab_size)" in found["small"][0] and "token id 2" in found["small"][0]
     assert "has 7 embeddings (vocab_size), and the policy 8" in found["unpadded"][0]
+    assert "the download is incomplete" in found["cut"][0]
     assert "does not exist" in found["missing"][0]
 
 

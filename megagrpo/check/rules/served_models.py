@@ -8,10 +8,11 @@ from pathlib import Path
 
 from megagrpo.check.rules import engine_layout, settings
 from megagrpo.check.rules.subject import SPARED, Subject, longest_samples, tokenizer_folder
-from megagrpo.config.fields import Rule, named
+from megagrpo.config.fields import Rule, complaints, named
 from megagrpo.config.wording import dotted
 from megagrpo.data.vocabulary import different_tokens
 from megagrpo.models.config_json import HfConfig, text_part
+from megagrpo.models.stored.files import INDEX, as_stored
 from megagrpo.models.table import read_description
 
 
@@ -80,6 +81,9 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         if not (folder / "config.json").is_file():
             yield Rule(True, f"{key} holds no config.json, so it is no Hugging Face model folder")
             continue
+        if (folder / INDEX).exists():  # without one SGLang reads other files, too
+            for text in complaints(list, as_stored(folder)):
+                yield Rule(True, f"{section}.path: {text}")
         hf = read_description(folder / "config.json")
         theirs = Subject.of(config.for_model(name), hf)
         for rule in engine_layout.before_start(theirs):

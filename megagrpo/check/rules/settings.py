@@ -45,6 +45,8 @@ _AT_LEAST = {
     "hicache_size": 0,
     "hicache_ratio": 0.0,  # the others are whole numbers
     "chunked_prefill_size": -1,
+    "stream_interval": 1,
+    "decode_log_interval": 1,
 }
 # a field that is set, what must not be so, and why
 _Together = dict[Path, list[tuple[str, object, str]]]

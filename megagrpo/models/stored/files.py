@@ -87,11 +87,7 @@ class StoredTensors:
             raise ValueError(
                 f"{folder}: no such folder; expected an HF checkpoint with config.json and *.safetensors"
             )
-        files = {
-            tensor.name.removeprefix(_TEXT_PART): tensor
-            for file, names in _names_by_file(folder).items()
-            for tensor in _listed(folder / file, names)
-        }
+        files = {tensor.name.removeprefix(_TEXT_PART): tensor for tensor in as_stored(folder)}
         for name in [name for name in files if name.endswith(_SCALE)]:
             weight = name.removesuffix(_SCALE) + ".weight"
             form = files[weight].dtype if weight in files else None
@@ -117,6 +113,13 @@ class StoredTensors:
         for name in mxfp4:
             _show_blocks(folder, shown, name)
         return cls(shown, files, fp8, int4, mxfp4, block)
+
+
+def as_stored(folder: Path) -> Iterator[StoredTensor]:
+    """Yields the tensors of a folder's files, in any form. Raises ValueError as `StoredTensors.read`
+    does for a missing, unreadable or incomplete one."""
+    for file, names in _names_by_file(folder).items():
+        yield from _listed(folder / file, names)
 
 
 def _names_by_file(folder: Path) -> dict[str, list[str]]:
@@ -193,8 +196,7 @@ def _show_dequantized(
     if len(shape) != 2 or scales is None or scales.shape != expected or "F" not in scales.dtype:
         raise ValueError(
             f"{folder}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} of shape "
-            f"{expected}, one for each block of {block}; the files have "
-            f"{scales.shape if scales else 'none'}"
+            f"{expected}, one for each block of {block}; the files have {scales.shape if scales else 'none'}"
         )
     shown[name] = replace(shown[name], dtype="BF16")
 
@@ -208,8 +210,7 @@ def _show_unpacked(folder: Path, shown: dict[str, StoredTensor], name: str, grou
     if scales is None or scales.shape != (rows, columns // group) or columns % group:
         raise ValueError(
             f"{folder}: tensor {name} [{rows}, {columns}] in INT4 needs a scale for "
-            f"each {group} columns in {name}{SCALE}; the files have "
-            f"{scales.shape if scales else 'none'}"
+            f"each {group} columns in {name}{SCALE}; the files have {scales.shape if scales else 'none'}"
         )
     shown[name] = replace(stored, dtype="BF16", shape=(rows, columns))
 
