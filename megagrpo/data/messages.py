@@ -70,10 +70,9 @@ def render_messages(
         **data.chat_template_args,
     }
     render = tokenizer.apply_chat_template
-    if any(message.get("tool_calls") for message in messages):
-        with suppress(TypeError):
-            objects = [_with_arguments(message, as_text=False) for message in messages]
-            return str(render(objects, **settings))
+    with suppress(TypeError):
+        objects = [_with_arguments(message, as_text=False) for message in messages]
+        return str(render(objects, **settings))
     texts = [_with_arguments(message, as_text=True) for message in messages]
     return str(render(texts, **settings))
 
@@ -150,8 +149,11 @@ def plain(value: object) -> object:
 
 
 def _with_arguments(message: Message, as_text: bool) -> Message:
-    """Returns a message whose calls have their arguments as objects, or as texts."""
-    out = {"content": "", **message}
+    """Returns a message whose calls have their arguments as objects, or as texts, and whose content is
+    a text unless it has images: templates of text models, such as Qwen3's, write no other one."""
+    out = {**message}
+    with suppress(ValueError):
+        out["content"] = text_of(message)
     if message.get("tool_calls"):
         out["tool_calls"] = [_call(call, as_text) for call in message["tool_calls"]]
     return out

@@ -122,6 +122,18 @@ KNOWN = (
 )
 
 
+TEXTS_ALONE = "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string }}{% endfor %}"
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_content_in_parts_of_texts_is_a_text(tmp_path, plain, role):
+    """Qwen3's template writes an empty message for any other."""
+    plain.chat_template = TEXTS_ALONE
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]
+    prompt = [{"role": role, "content": parts}, {"role": "user", "content": parts[1:]}]
+    assert texts(tmp_path, plain, [{"prompt": prompt, "answer": ""}]) == [f"<{role}>2+3<user>3"]
+
+
 @pytest.mark.parametrize("role", ["developer", "User", "tool"])
 def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, plain, role):
     plain.chat_template = KNOWN
