@@ -44,7 +44,7 @@ def ids(text: str) -> list[int]:
     return [i for part in text.split("$") for i in (TOKENIZER.eos_token_id, *TOKENIZER(part)["input_ids"])][1:]
 
 
-def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
+def talk(*texts: str, ends: str = "stop", **limits) -> tuple[Conversation, list[list[int]]]:
     """(a conversation whose turns are these texts, the contexts that they were sampled after)"""
     contexts, left = [], list(texts)
 
@@ -54,7 +54,7 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
         assert known == max(read, default=0)
         contexts.append(context.tolist())
         answer = ids(f"{left.pop(0)}$")
-        return Response(answer, np.zeros(len(answer)), "stop", 0)
+        return Response(answer, np.zeros(len(answer)), ends, 0)
 
     async def parse(text: str, tools, prefix: str) -> dict:
         """Every digit of a text is a call; what follows "=" is the answer after the reasoning."""
@@ -116,6 +116,16 @@ def test_a_request_continues_what_was_sent_and_nothing_else(change, continues):
     assert found == continues
     if continues:
         assert contexts[1] == [*contexts[0], *ids("2+2=4$\n<user>?\n<assistant>")], "the reasoning is kept"
+
+
+def test_a_turn_that_was_cut_calls_nothing():
+    """SGLang's parser qwen3_coder makes a whole call of a cut one, which an agent would run."""
+
+    async def run() -> list[dict]:
+        return [(await talk("12", ends=end)[0].say([USER], TOOLS)).message for end in ("length", "stop")]
+
+    cut, whole = asyncio.run(run())
+    assert cut["content"] == "12" and "tool_calls" not in cut and len(whole["tool_calls"]) == 2
 
 
 def test_of_two_branches_the_one_that_a_limit_ended_is_cut():

@@ -209,7 +209,10 @@ class Conversation:
         return turn
 
     async def _message(self, turn: ChatTurn, tools: Tools) -> Message:
-        """Returns the message of a turn. Calls inside its reasoning are text, or commands none."""
+        """Returns the message of a turn. Calls inside its reasoning are text, or commands none, and so
+        are those of a turn that was cut: parser qwen3_coder completes the last one."""
+        if turn.response.finish_reason != "stop":
+            tools = None
         prompt, end = self._task.prompt, self._renderer.reasoning_end
         ids = f"c{turn.number:05}"
         if self._config.reasoning_parser:  # which sees the tag that began it here only
