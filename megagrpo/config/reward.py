@@ -92,7 +92,7 @@ class JudgeOptions(ServedModel, ServiceOptions):
     system: str | None = None
     """System message before the prompt."""
     pattern: str = (
-        r"(?i)(?<!max )(?<!maximum )\bscore[\s*_)\]]*[:：][\s*_(\[]*"
+        r"(?i)(?<!max )(?<!maximum )\bscore[\s*_)\]\"']*[:：][\s*_(\[\"']*"
         r"([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
     )
     """Regular expression. The first group in its last match in the reply is the score."""

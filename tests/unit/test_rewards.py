@@ -251,6 +251,10 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{7\sin(\frac{\pi}{5}x)+2}", "7*sin(pi*x/5)+1", 0),
         (r"\boxed{\frac{\ln 3}{2}}", "ln(3)/2", 1),
         (r"\boxed{e^{2x}}", "exp(2*x)", 1),
+        (r"\boxed{\frac{\mathrm{e}-1}{\mathrm e}}", "1-1/e", 1),
+        (r"\boxed{1-\frac{1}{e}}", r"1+\frac{1}{\mathrm{e}}", 0),
+        (r"\boxed{3+2\mathrm{i}}", "3+2i", 1),
+        (r"\boxed{\ln\mathrm{e}}", "1", 1),
         (r"\boxed{1024}", "2**10", 1),
         (r"\boxed{9**0.5}", "0.5", 0),  # not 9^0 times .5
         (r"\boxed{9**0.5}", "3", 1),

@@ -125,6 +125,8 @@ def test_a_reply_that_is_cut_is_an_error_with_the_setting(tmp_path, reply):
         ("Score: +1", 1),
         ("Score：7", 7),
         ("Score: 9\nMaximum score: 10", 9),
+        ('{"score": 0.5, "reason": "{foo: 1} is right"}', 0.5),
+        ("{'Score': '7'}", 7),
         ("score: -2.5.", -2.5),
         ("Final **score: 3/10**", 3),
         ("Score: 4, as 1,2 are right", 4),
