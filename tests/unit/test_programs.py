@@ -51,7 +51,7 @@ def run(*turns, answer: str = "7", program: str = "guess", **more) -> tuple[Roll
     return group, requests
 
 
-@pytest.mark.parametrize("program", ["guess", "guess_in_a_thread"])
+@pytest.mark.parametrize("program", ["guess", "guess_in_a_thread", "guess_behind_a_decorator"])
 def test_a_program_and_an_environment_of_the_same_game_are_the_same_bits(program):
     turns = says("3"), says("9"), says("7")
     group, requests = run(*turns, program=program)

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+from asyncio import to_thread
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -49,7 +50,7 @@ def read_result(value: object) -> tuple[float, list[float] | None, str, dict[str
     Raises ValueError for anything else."""
     result: dict = dict(value) if isinstance(value, Mapping) else {"reward": value}
     measured = {name: float(result.pop(name)) for name in MEASURED if _is_number(result.get(name))}
-    turns, note = result.get("turn_rewards"), result.get("info")
+    turns, note = result.get("turn_rewards"), result.get("info") or ""
     if turns is not None:
         if not (isinstance(turns, Sequence) and all(map(_is_number, turns))):
             raise ValueError(
@@ -62,9 +63,7 @@ def read_result(value: object) -> tuple[float, list[float] | None, str, dict[str
         raise ValueError(
             f"it returned {value!r:.80}, not a finite reward or {{reward, turn_rewards, info}}"
         )
-    if note is None:
-        note = ""
-    elif not isinstance(note, str):
+    if not isinstance(note, str):
         note = json.dumps(note, default=str)
     return float(reward or 0), turns, note[:1000], measured
 
@@ -113,7 +112,7 @@ async def run_command(
         stack.callback(reading.cancel)
         stack.push_async_callback(asyncio.wait, [reading], timeout=_POLL_S)
         # with everything that it left behind
-        stack.push_async_callback(asyncio.to_thread, stop_tree, process.pid, 0.0)
+        stack.push_async_callback(to_thread, stop_tree, process.pid, 0.0)
         # Not awaited: it may print before it reads, or never read.
         process.stdin.write(json.dumps(row).encode() + b"\n")
         process.stdin.close()
@@ -143,8 +142,9 @@ async def serve_programs(fd: int, function: str, host: str) -> None:
     async def run(arguments: Mapping[str, object]) -> object:
         # asyncio would end the loop, with all other programs
         with translated("it calls sys.exit", SystemExit, raised=RuntimeError):
-            result = program(**arguments) if is_async else asyncio.to_thread(program, **arguments)
-            return read_result(await result)
+            result = program(**arguments) if is_async else await to_thread(program, **arguments)
+            # also of an async function behind a decorator
+            return read_result(await result if inspect.isawaitable(result) else result)
 
     await answer_calls_concurrently(fd, run, cancels=is_async)  # a thread would go on
     sys.stdout.flush()

@@ -143,7 +143,5 @@ class Programs:
             return talk.outcome(reward, turn_rewards, note, self.config.credit == "turn")
         if talk.stopped and self.config.truncated_reward is not None:
             return talk.outcome(self.config.truncated_reward, None, str(error), False)
-        function = self.config.function or COMMAND
-        return Outcome(
-            "error", detail="; ".join(filter(None, (talk.stopped, f"{function} raised {error}")))
-        )
+        raised = f"{self.config.function or COMMAND} raised {error}"
+        return Outcome("error", detail="; ".join(filter(None, (talk.stopped, raised))))
