@@ -59,6 +59,9 @@ def test_math_takes_what_math_verify_takes_and_nothing_that_it_refuses():
         assert ours >= theirs if right else ours <= theirs, (gold, text, ours)
 
 
+CASES = r"\boxed{\begin{cases}1 & \text{if } x > 0 \\ 2 & \text{if } x < 0\end{cases}}"
+
+
 @pytest.mark.parametrize(
     "text, answer, score",
     [
@@ -80,6 +83,13 @@ def test_math_takes_what_math_verify_takes_and_nothing_that_it_refuses():
         (r"\boxed{3\mathbf{j} + 2\mathbf{i}}", r"2\mathbf{i} + 3\mathbf{j}", 1),
         (r"\boxed{x^2 + \mathrm{C}}", "x^2 + C", 1),
         (r"\boxed{5\mathrm{m}}", "5", 1),
+        (r"\boxed{2^{\mathrm{n}}}", r"2^{\mathrm{m}}", 0),
+        (r"\boxed{\overrightarrow{\mathrm{AB}}}", r"\overrightarrow{\mathrm{CD}}", 0),
+        (r"\boxed{9\,\text{kg}\cdot\text{m}/\text{s}^2}", "9", 1),
+        (r"\boxed{6 \text{ or } \sqrt{2}\text{ cm}}", r"6, \sqrt{2}", 1),
+        # and all words of a definition by cases
+        (CASES.replace("2", "3"), CASES, 0),
+        (CASES, CASES.replace("text", "mathrm"), 1),
     ],
 )
 def test_math_keeps_what_math_verify_drops_as_a_unit(text, answer, score):

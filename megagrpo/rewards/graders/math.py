@@ -46,9 +46,6 @@ _EXPRESSION = re.compile(
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?:[A-Z] ?){3,}(?![a-z])|(?<=^\\boxed\{)[a-zA-Z]{4,}(?=\}$)")
 _PERCENT = re.compile(r"(?:\\ )?\\?%")
 _BASE = re.compile(r"\d_\{?(\d+)")
-_LATER = re.compile(  # numbers behind a unit, which math-verify drops: 5 ft 6 in
-    r"\\(?:text|mathrm|mbox)\s*\{(?!\s*(?:and|or)\b)[^{}]*[a-zA-Z][^{}]*\}\s*(\d+(?:\.\d+)?)"
-)
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
 
 
@@ -59,6 +56,8 @@ def _repeated(match: re.Match[str]) -> str:
     return rf"\frac{{{top}}}{{{10 ** len(fixed) * (10 ** len(period) - 1)}}}"
 
 
+_TYPE = r"\\(?:text|mathrm|mbox|mathbf|mathit)\s*"
+_UNIT = rf"{_TYPE}\{{[^{{}}]*\}}(?:\s*\^\s*\{{?-?\d\}}?)?"
 _SPELLINGS = (
     # a word but infinity; math-verify takes the e of even for Euler's number, that of Even for a name, and
     # no true
@@ -72,11 +71,16 @@ _SPELLINGS = (
         r"|(?<=[-+])\s*\\(?:mathrm|text)\s*\{\s*([a-zA-Z])\s*\}",
         r"{\1\2\3}",
     ),
-    # units, which math-verify drops with all that follows: 3 cm, 4 cm
+    # units; math-verify drops them with all that follows, if that ends with a brace: 3 cm, 4 cm; 5 ft 6 in
     (
-        r"(?<=[\d})])\s*\\(?:text|mathrm|mbox)\s*\{[\sa-zA-Z/.]*\}(?:\s*\^\s*\{?\d\}?)?"
-        r"(?=\s*(?:[,;)\]]|\\\}|(?:\\text\s*\{\s*)?(?:and|or)\b))",
-        "",
+        rf"(?<=[\d}})])\s*(?!{_TYPE}\{{[^}}]*\(){_UNIT}\s*(?:[,;]|(?=\d|(?:\\text\s*\{{\s*)?(?:and|or)\b))",
+        ", ",
+    ),
+    (rf"(?<=[\d}})])\s*{_UNIT}(?=\s*(?:[)\]]|\\\}}))", ""),
+    # other words inside: a space behind the last brace
+    (
+        rf"^(?!{_TYPE})(?=.*\}}$)(?>.*?(?={_TYPE}\{{(?!\s*(?:and|or)\b)))(?!(?:{_UNIT}[\s/]*+(?:\\cdot\s*)?)+$).*",
+        r"\g<0>\\,",
     ),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))", ""),  # 1\,000
     (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}"),
@@ -240,14 +244,14 @@ def _tiny(parsed: list) -> list[float]:
 
 
 def _same_numerals(gold: str, response: str) -> bool:
-    """Returns whether bases agree, numbers behind units, words, which math-verify reads as products,
-    and times of day, which it reads as ratios."""
-    for pattern in (_BASE, _WORD, _LATER):
+    """Returns whether bases agree, words, which math-verify reads as products, and times of day,
+    which it reads as ratios."""
+    for pattern in (_BASE, _WORD):
         wanted, said = (
             {part.replace(" ", "").lower() for part in pattern.findall(text)}
             for text in (gold, response)
         )
-        if (said or pattern is _LATER) and not wanted <= said:
+        if said and not wanted <= said:
             return False
     times, found = (
         [(int(hour), int(minute)) for hour, minute in _CLOCK.findall(text)]
