@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 import torch
@@ -57,8 +57,8 @@ def build_batch(
         for group, group_experts in zip(groups, experts, strict=True)
         for row in rows_of(group, most, trained_version, group_experts, needs)
     ]
-    my_sizes = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
-    sizes = sorted(chain.from_iterable(mesh.gather_dp(my_sizes)))
+    own = [(row.sample_id, row.rollout_id, row.group_id, _cost(row, arch)) for row in mine]
+    sizes = sorted(chain(*mesh.gather_dp(own)))
     # Statistics and updates number the groups of a step densely, in the order of their ids in the
     # run.
     group_ids = {group_id for _, _, group_id, _ in sizes}
@@ -68,13 +68,15 @@ def build_batch(
     outgoing = [
         [row for row in mine if owner[row.rollout_id] == rank] for rank in range(mesh.dp_size)
     ]
-    has_greedy = any(mesh.gather_dp(any(g.greedy_outcome is not None for g in groups)))
+    # a user's estimator finds the same fields on all ranks
+    found = mesh.largest(
+        any(g.greedy_outcome is not None for g in groups), any(row.token_rewards for row in mine)
+    )
     in_order = sorted(chain(*mesh.exchange_dp(outgoing)), key=lambda r: r.sample_id)
     lags = None
     if trained_version is not None:
         lags = response_values(in_order, (row.lags for row in in_order), np.int32)
-    rewards = _rewards(in_order, has_greedy, needs.graders)
-    batch = _to_tensors(in_order, dense, updates, rewards)
+    batch = _to_tensors(in_order, dense, updates, _rewards(in_order, found, needs.graders))
     batch = replace(batch, lags=lags, streams=streams_of(in_order, needs))
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
@@ -133,8 +135,12 @@ def _to_tensors(
     )
 
 
-def _rewards(rows: Sequence[SampleRow], has_greedy: bool, graders: Mapping[str, float]) -> Rewards:
-    """Returns the rewards, with the scores and the weight of each of these graders."""
+def _rewards(
+    rows: Sequence[SampleRow], found: Sequence[int], graders: Mapping[str, float]
+) -> Rewards:
+    """Returns the rewards, with the scores and the weight of each of these graders. found: whether
+    any rank has rewards of greedy responses, and of tokens."""
+    has_greedy, has_tokens = found
     rewards = Rewards(
         values=torch.tensor([row.reward for row in rows], dtype=torch.float64),
         valid=torch.tensor([row.valid for row in rows], dtype=torch.bool),
@@ -142,7 +148,7 @@ def _rewards(rows: Sequence[SampleRow], has_greedy: bool, graders: Mapping[str, 
     if has_greedy:
         greedy = torch.tensor([row.greedy_reward for row in rows], dtype=torch.float64)
         rewards = replace(rewards, greedy=greedy)
-    if any(row.token_rewards for row in rows):
+    if has_tokens:
         tokens = response_values(rows, map(_token_rewards, rows), np.float64)
         rewards = replace(rewards, tokens=tokens)
     if graders:
@@ -208,8 +214,7 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
     if rewards.parts is not None:
         both = torch.cat((both, rewards.parts), 1)
     ids = rollouts.sample_ids.tolist()
-    rows = zip(ids, both.tolist(), rewards.valid.tolist(), strict=True)
-    scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
+    scored = list(compress(zip(ids, both.tolist(), strict=True), rewards.valid.tolist()))
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
     order = torch.randperm(
         len(everyone), generator=torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)

@@ -1,5 +1,6 @@
 """Rollouts of several samples over data-parallel ranks: nobody is cut in two, advantages have the same bits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,11 @@ def advantages(mesh: Mesh, shuffle: bool) -> Found:
 
 
 def of_rank(mesh: Mesh) -> list[Found]:
+    first, *others = split_groups()
+    plain = [replace(g, outcomes=tuple(replace(o, token_rewards=()) for o in g.outcomes)) for g in others]
+    few = [first, *plain][mesh.dp_rank :: mesh.dp_size]
+    fields = mesh.gather_dp(build_batch(few, one_pass(NUM_GROUPS), mesh).rewards.tokens is None)
+    assert not any(fields), "a user's estimator finds rewards of tokens on some ranks"
     return [advantages(mesh, shuffle) for shuffle in (False, True)]
 
 

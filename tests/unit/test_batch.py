@@ -57,7 +57,10 @@ def test_patches_of_images_count_as_cost(monkeypatch):
     seeing = replace(seeing, prompt=replace(seeing.prompt, images=(ImageRef("key", 0, (1, 4, 4)),)))
     outgoing: list[list] = []
     mesh = SimpleNamespace(
-        dp_size=2, gather_dp=lambda own: [own], exchange_dp=lambda rows: outgoing.append(rows) or rows
+        dp_size=2,
+        gather_dp=lambda own: [own],
+        largest=lambda *own: own,
+        exchange_dp=lambda rows: outgoing.append(rows) or rows,
     )
     monkeypatch.setattr("megagrpo.batching.batch.attention_length", lambda arch: 10**9)
     monkeypatch.setattr("megagrpo.batching.batch.patch_cost", lambda arch: 4.0)
