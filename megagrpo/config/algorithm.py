@@ -195,6 +195,7 @@ class AlgorithmConfig(Section):
     def _stream_problems(self) -> list[Rule]:
         named_ones = {stream.component for stream in self.streams if stream.weight}
         rl_settings = {
+            "mask_truncated": self.mask_truncated,
             "advantage_clip": self.advantage_clip,
             "whiten_advantages": self.whiten_advantages,
             "entropy_coef": self.entropy_coef,

@@ -68,7 +68,7 @@ class Exchange:
                 print(*format_table(weights, published), sep="\n", flush=True)
             weights = published
         self._weights = weights
-        dtype: torch.dtype = getattr(torch, config.rollout.dtype)
+        dtype = getattr(torch, config.rollout.dtype)
         specs = published_specs(weights.hf_specs, dtype, weights.fixed_dtypes)
         trainers = TrainerWeights(
             mesh=mesh,

@@ -166,7 +166,6 @@ def write_hf_folder(
     `target`, which is complete or absent, see whole_folder. Raises OSError (disk full, ...) naming the folder.
     """
     target = Path(target)
-    like = Path(like)
     problem = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
     errors = (OSError, SafetensorError)
     with translated(problem, *errors, raised=OSError), whole_folder(target) as draft:

@@ -79,6 +79,7 @@ REFUSED = [  # options, part of the reason
             ("advantage_clip", {"advantage_clip": 1.0}),
             ("whiten_advantages", {"whiten_advantages": True}),
             ("entropy_coef", {"entropy_coef": 0.1}),
+            ("mask_truncated", {"mask_truncated": True}),
             ("kl.loss_coef", {"kl": {"loss_coef": 0.1}}),
         )
     ),

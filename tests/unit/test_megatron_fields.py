@@ -299,8 +299,11 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
         (["actor.megatron.hidden_dropout=0.1"], "ratio of new to old probabilities"),
         (["actor.ddp.grad_reduce_in_fp32=false"], "set by actor.optimizer.megatron.main_grads_dtype"),
         (["actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "14 bytes of an element at the peak"),
-        (["actor.megatron.recompute_modules=[mlp]"], "read with actor.recompute selective .*, which is none"),
+        (["actor.megatron.recompute_modules=[mlp]"], "read with actor.recompute selective only"),
         (["actor.recompute=selective", "actor.megatron.recompute_num_layers=2"], "actor.recompute full"),
+        (["actor.megatron.fp8_recipe=tensorwise"], "is read with fp8 only"),
+        (["actor.megatron.moe_flex_dispatcher_backend=deepep"], "read with moe_token_dispatcher_type flex only"),
+        (["actor.optimizer.megatron.optimizer_offload_fraction=0.5"], "is read with optimizer_cpu_offload only"),
         ([*OWN_LAYERS, "actor.megatron.recompute_modules=[mlp, moe_act]"], "moe_act needs Transformer Engine's"),
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
         *(

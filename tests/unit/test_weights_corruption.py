@@ -218,13 +218,6 @@ def test_an_engine_that_keeps_the_bias_rounded_is_found(transport, tmp_path):
         trainer.exchange.close()
 
 
-def test_matrices_that_no_publish_refreshes_are_refused(tmp_path):
-    with running(FakeEngine(models=[Model()])) as engine:
-        engine.model.w_kc_qrep = engine.model.w_kc.clone()
-        with pytest.raises(LeaderError, match=r"w_kc_qrep: no publish brings it .* leave out --dcp-replicate-q-proj"):
-            Trainer(tmp_path, engine, "disk").publish()
-
-
 def test_down_projections_in_different_calls_are_found(tmp_path):
     with running(FakeEngine(models=[Model()])) as engine:
         ReceivingEnd(engine)

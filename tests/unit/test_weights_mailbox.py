@@ -83,7 +83,7 @@ def test_a_stranger_adds_replaces_and_moves_no_message(stranger, mailbox):
     stranger.runs(port, code)
     for key in (first, second, third):
         with pytest.raises(PeerLost, match=f"without the run's secret has overwritten {key}"):
-            mailbox.take(key)
+            mailbox.get(key)
     assert flag.reason() == ""
     address, port, secret = mailbox.access
     open_mailbox((address, port, "a guess"), 10).set("weights-1/cut", "a stranger says so")

@@ -34,7 +34,8 @@ VALUES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-# The same, numbers: the smallest with which an engine starts. Rules and plans calculate with them.
+# The same, numbers: the smallest with which an engine starts and samples. Rules and plans calculate
+# with them.
 _AT_LEAST = {
     "page_size": 1,
     "context_length": 1,
@@ -50,10 +51,22 @@ _AT_LEAST = {
 }
 # a field that is set, what must not be so, and why
 _Together = dict[Path, list[tuple[str, object, str]]]
+# fields, and the setting without which nothing reads them
+_READ_WITH: dict[Path, dict[str, str]] = {
+    TRANSFORMER: {
+        "recompute_modules": "actor.recompute selective",
+        "recompute_method": "actor.recompute full",
+        "recompute_num_layers": "actor.recompute full",
+        "fp8_recipe": "fp8",
+        "moe_flex_dispatcher_backend": "moe_token_dispatcher_type flex",
+    },
+    OPTIMIZER: {
+        "optimizer_offload_fraction": "optimizer_cpu_offload",
+        "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
+    },
+}
 # Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
 _RECOMPUTED_BY_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
-# fields recompute_*, and the actor.recompute that reads them
-_READ_WITH = {"modules": "selective", "method": "full", "num_layers": "full"}
 _OF_ENGINE = (
     "attention_backend",
     "fp8",
@@ -84,6 +97,12 @@ def as_read(subject: Subject) -> Iterator[Rule]:
             f"must be at least {least:g}, and a {'whole ' * isinstance(least, int)}number",
             key=(*SERVER, name),
         )
+    for path, fields in _READ_WITH.items():
+        said = {"actor.recompute": actor.recompute, **given[path]}
+        for name, other in fields.items():
+            key, _, value = other.partition(" ")
+            unread = not said.get(key) or value not in ("", said[key])
+            yield Rule(said.get(name) and unread, f"is read with {other} only", key=(*path, name))
     for path, together in (_trainer_settings(actor) | _engine_settings(rollout)).items():
         for name, wrong, because in together:
             yield Rule(given[path].get(name) and wrong, because, key=(*path, name))
@@ -112,14 +131,6 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
     }
     return {
         TRANSFORMER: [
-            *(
-                (
-                    f"recompute_{what}",
-                    actor.recompute != kind,
-                    f"is read with actor.recompute {kind} only, which is {actor.recompute}",
-                )
-                for what, kind in _READ_WITH.items()
-            ),
             (
                 "recompute_modules",
                 own_layers and engine_modules,

@@ -267,7 +267,8 @@ class EngineConnection:
                         f"rank 0 waits for the {operation} of {self} rank {rank}: none after {limit.seconds:.0f} s"
                     )
                 time.sleep(_POLL_S)
-            answers.append(self.mailbox.take(key))
+            answers.append(self.mailbox.get(key))
+            self.mailbox.delete(key)
         self.end()
         for rank, answer in enumerate(answers):
             if "error" in answer:

@@ -100,16 +100,6 @@ def compute_in_place(model: torch.nn.Module) -> None:
     model.post_load_weights = computed  # type: ignore[assignment]  # torch takes it for a Tensor or a Module
 
 
-def copies_of_the_start(model: torch.nn.Module) -> list[str]:
-    """Returns a line for each matrix that SGLang gathers over ranks only when an engine starts."""
-    return [
-        f"{path}.{name}: no publish brings it up to date; leave out --dcp-replicate-q-proj"
-        for path, module in model.named_modules()
-        for name in ("w_kc_qrep", "q_b_proj_qrep_weight")
-        if getattr(module, name, None) is not None
-    ]
-
-
 def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields name, live values and expected values of the matrices that replace kv_b_proj in latent
     attention: w_kc [heads, nope, rank] and w_vc [heads, rank, v].

@@ -31,7 +31,6 @@ from megagrpo.weights.engines.derived_tensors import (
     absorbed_matrices,
     cache_scales,
     compute_in_place,
-    copies_of_the_start,
     derived_tensors,
     kept_copies,
     live_tensors,
@@ -170,7 +169,6 @@ class EngineEnd:
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), inputs)
         problems = [
             *coverage_problems(recording, published),
-            *copies_of_the_start(model),
             *format_problems(recording, live_tensors(model), hf),
             *random_cache_scales(model),
         ]

@@ -36,10 +36,6 @@ class _Destination(NamedTuple):
     rank: int
 
 
-# a message between two trainer ranks, which both post in the order of destination and tag
-_Post = tuple[_Destination, int, dist.P2POp]
-
-
 class IpcTransport(LinkTransport):
     """Hands slices to engine ranks through memory of their own machine."""
 
@@ -123,6 +119,7 @@ class IpcTransport(LinkTransport):
             for destination, handover in handovers.items()
             for message, values in handover.start(number)
         }
+        # messages between trainer ranks, which all post in the order of destination and tag
         posts = [
             (destination, tag, dist.P2POp(dist.irecv, values, peer))
             for (destination, peer, tag), values in inbox.items()

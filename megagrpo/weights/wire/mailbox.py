@@ -49,12 +49,6 @@ class Mailbox:
         self.set(key, message)
         return key
 
-    def take(self, key: str) -> Any:
-        """Returns the message under `key` and forgets it. Raises as `get` does."""
-        message = self.get(key)
-        self.delete(key)
-        return message
-
     def set(self, key: str, message: object = None) -> None:
         """Stores a message that JSON can express."""
         name = self._mac(key)
