@@ -62,8 +62,7 @@ def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
 
 def refuse_layout(arch: Architecture, actor: ActorConfig) -> None:
     """Raises ValueError if the trainers' layout cannot cut the model; before an actor is made."""
-    problems = layout_problems(arch, actor)
-    refuse("the model does not fit the layout", problems)
+    refuse("the model does not fit the layout", layout_problems(arch, actor))
 
 
 def model_to_train(config: ExperimentConfig) -> Model:

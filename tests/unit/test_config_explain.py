@@ -158,7 +158,7 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(pr
         preflight(load_config(QUICKSTART, ["model.path=other"]))
 
 
-def test_preflight_finds_a_checkpoint_of_another_layout(prepared):
+def test_preflight_finds_a_checkpoint_of_another_layout_and_one_that_is_not_to_be_resumed(prepared, monkeypatch):
     config = load_config(QUICKSTART)
     folder = Path(config.output_dir) / "checkpoints" / "step_000003"
     folder.mkdir(parents=True)
@@ -168,6 +168,11 @@ def test_preflight_finds_a_checkpoint_of_another_layout(prepared):
         (folder / "state.json").write_text(json.dumps(state))
         found = preflight(config)
         assert len(found) == problems and all("by its own layout alone (ranks 4, tp 2)" in text for text in found)
+    never = load_config(QUICKSTART, ["checkpoint.resume=never"])
+    [problem] = preflight(never)
+    assert problem == f"checkpoint.resume is never, but {folder} is there; name another output_dir"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert preflight(never) == [], "a job that was requeued"
 
 
 def test_explain_says_what_a_step_is(prepared):

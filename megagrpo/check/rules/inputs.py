@@ -26,6 +26,7 @@ from megagrpo.rewards.graders.functions import (
 )
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
+from megagrpo.system import environment
 from megagrpo.system.user_function import check_arguments
 
 Call = tuple[Callable[..., object], *tuple[object, ...]]  # a function and its arguments
@@ -121,6 +122,13 @@ def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
     if problem := place_problem(root, config.checkpoint.dir):
         yield Rule(True, problem)
     newest = latest(root)
+    yield Rule(
+        newest is not None
+        and config.checkpoint.resume == "never"
+        and not environment.get_int("SLURM_RESTART_COUNT", 0),
+        f"checkpoint.resume is never, but {newest} is there",
+        "name another output_dir",
+    )
     source = newest or (Path(load) if load else None)
     yield Rule(
         newest is None and source and source.exists() and not (source / "state.json").is_file(),
@@ -130,9 +138,9 @@ def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
     with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
         if source is not None and (problem := layout_problem(source, config.actor.layout)):
             yield Rule(True, f"actor: {problem}")
-        compared = newest if config.checkpoint.resume != OTHER_DATA else None
-        if compared is not None and (problem := input_problem(compared, prompt_order(config))):
-            yield Rule(True, problem)
+        if newest is not None and config.checkpoint.resume != OTHER_DATA:
+            problem = input_problem(newest, prompt_order(config))
+            yield Rule(problem, problem)
 
 
 def _rows(config: ExperimentConfig) -> Iterator[Rule]:

@@ -34,10 +34,10 @@ class Placement:
 
 def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
     """Places every rank. Raises ValueError with what has no place."""
-    subject = Subject(config, nodes or Nodes())
-    if problems := broken(before_start(subject)):
+    fit = _Fit(Subject(config, nodes or Nodes()))
+    if problems := broken(fit.rules()):
         raise ValueError("\n".join(problems))
-    return _Fit(subject).placement()
+    return fit.placement()
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:

@@ -66,16 +66,13 @@ def _stages(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     p = actor.parallel
     layers = arch.num_layers
     chunks = p.pp * p.vpp
-    ends = _uneven_ends(layers, p.pp, p.vpp) if p.pp > 1 else None
-    uneven = ""
-    if ends is not None:
-        uneven = f"actor.parallel.first_stage_layers: {ends[0]} and last_stage_layers: {ends[1]}"
+    uneven = _uneven_ends(layers, p.pp, p.vpp)
     if p.first_stage_layers or p.last_stage_layers:
         for text in complaints(p.stage_layers, layers):
-            yield Rule(True, f"actor.parallel: {text}", f"set {uneven}" if uneven else "")
+            yield Rule(True, f"actor.parallel: {text}", f"set {uneven}" * bool(uneven))
         return
     rule = divides(f"actor.parallel.pp x vpp = {chunks}", chunks, "num_hidden_layers", layers)
-    instead = f", or stay {chunks} with {uneven}" if uneven else ""
+    instead = f", or stay {chunks} with {uneven}" * bool(uneven)
     yield replace(rule, remedy=rule.remedy + instead)
 
 
@@ -283,9 +280,9 @@ def divisors(number: int, near: int) -> str:
     return " or ".join(str(d) for d in found if d)
 
 
-def _uneven_ends(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:
-    """Returns layers of the first and of the last stage with which `pp` stages hold them all; None
-    without any.
+def _uneven_ends(layers: int, pp: int, vpp: int) -> str:
+    """Returns in words the layers of the first and of the last stage with which `pp` stages hold them
+    all; "" without any.
 
     The stages between are equal, all divide into `vpp` virtual stages, and the ends, which also
     have the embedding and the head, are smaller than the others where that is possible.
@@ -293,6 +290,7 @@ def _uneven_ends(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:
     units, rest = divmod(layers, vpp)
     for middle in (-(-units // pp), units // pp):
         ends = units - middle * (pp - 2)
-        if not rest and middle and ends >= 2:
-            return vpp * (ends - ends // 2), vpp * (ends // 2)
-    return None
+        if pp > 1 and not rest and middle and ends >= 2:
+            last = vpp * (ends // 2)
+            return f"actor.parallel.first_stage_layers: {vpp * ends - last} and last_stage_layers: {last}"
+    return ""
