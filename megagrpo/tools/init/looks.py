@@ -109,9 +109,7 @@ def proposed_grader(answers: Sequence[str]) -> ProposedGrader:
     ):
         listed = ", ".join(choices)
         template = f"{{prompt}}\nAnswer with one of {listed}, and nothing else."
-        return ProposedGrader(
-            "exact", f"the answers are {listed}", {"ignore_case": True}, template, 64
-        )
+        return ProposedGrader("exact", f"the answers are {listed}", {"ignore_case": True}, template)
     if all(map(_is_formula, answers)):
         template = "{prompt}\nPut the final answer within \\boxed{}."
         why = "every answer is a formula or a number"
