@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import resource
@@ -213,8 +214,13 @@ def _torch_build(answer: Answer, gpu: bool) -> Finding:
     )
     cuda = answer["cuda"]
     found = f"CUDA {cuda}" if cuda else answer["why"] or "CPU only"
-    fits = bool(cuda) if gpu else not answer["why"]
-    return _judge("torch build", "CUDA" if gpu else "any", found, fits, remedy)
+    return _judge(
+        "torch build",
+        "CUDA" if gpu else "any",
+        found,
+        bool(cuda) if gpu else not answer["why"],
+        remedy,
+    )
 
 
 def gpu_findings(answer: Answer) -> list[Finding]:
@@ -229,12 +235,7 @@ def gpu_findings(answer: Answer) -> list[Finding]:
         if driver
         else "install NVIDIA's driver, or start the container with its GPUs (docker --gpus all)"
     )
-    blind = (
-        "torch cannot use the machine's GPUs: see the lines above, "
-        "CUDA_VISIBLE_DEVICES, and the job's options"
-    )
     gpus = answer["gpus"]
-    seen = f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else answer["why"] or "none"
     return [
         _judge(
             "NVIDIA driver",
@@ -244,7 +245,14 @@ def gpu_findings(answer: Answer) -> list[Finding]:
             driver is not None and (bool(gpus) or int(driver.partition(".")[0]) >= least),
             remedy,
         ),
-        _judge("GPUs that torch sees", "one or more", seen, bool(gpus), blind),
+        _judge(
+            "GPUs that torch sees",
+            "one or more",
+            f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else answer["why"] or "none",
+            bool(gpus),
+            "torch cannot use the machine's GPUs: see the lines above, CUDA_VISIBLE_DEVICES, and the "
+            "job's options",
+        ),
         *([Finding("NCCL of torch", "any", answer["nccl"], "ok")] if gpus else []),
         *(_toolkit(cuda) if cuda else []),
         _transformer_engine(),
@@ -269,11 +277,21 @@ def _toolkit(cuda: str) -> list[Finding]:
     install = f"install the toolkit of CUDA {cuda}, or pip install nvidia-cuda-nvcc=={cuda}.*; "
     remedy = f"{'' if (ours / 'bin/nvcc').is_file() else install}export CUDA_HOME={ours}"
     found = f"{nvcc}: CUDA {release[1]}" if release else "none"
-    fits = release is not None and release[1] == major
     ninja = shutil.which("ninja") or "none"
+    user = environment.get("HOME", "")
     return [
-        _judge("CUDA toolkit (nvcc)", f"CUDA {major}", found, fits, remedy),
+        _judge(
+            "CUDA toolkit (nvcc)", f"CUDA {major}", found, found.endswith(f": CUDA {major}"), remedy
+        ),
         _judge("ninja", "for SGLang's kernels", ninja, ninja != "none", "pip install ninja"),
+        # of Triton, FlashInfer and TVM
+        _judge(
+            "HOME",
+            "for compiled kernels",
+            user,
+            os.access(user, os.W_OK),
+            "export HOME=FOLDER, one that can be written, such as /tmp/home",
+        ),
     ]
 
 
@@ -282,9 +300,7 @@ def _transformer_engine() -> Finding:
     does not know."""
     name = "transformer-engine"
     torch_part = _version(f"{name}-torch")
-    row = _package(
-        next((r for r in _requirements("te") if r.name == name), None) or Requirement(name)
-    )
+    row = _package(next((r for r in _requirements("te") if r.name == name), Requirement(name)))
     if row.found == "missing":
         remedy = "without it layers are Megatron's own, one expert after the other: " + _INSTALL
         return Finding(name, row.wanted, row.found, "warning", remedy)
@@ -306,14 +322,19 @@ def import_findings(driver: bool) -> list[Finding]:
         if _version(name) is None:
             continue
         if module in _LOADS_DRIVER and not driver:
-            untried = "not tried here: no driver"
-            remedy = "run `megagrpo doctor` on a GPU node"
-            rows.append(Finding(f"import {module}", "works", untried, "warning", remedy))
+            row = Finding(
+                f"import {module}",
+                "works",
+                "not tried here: no driver",
+                "warning",
+                "run `megagrpo doctor` on a GPU node",
+            )
         else:
             told = _run([sys.executable, "-c", f"import torch, {module}; print('works')"])
             found = told.strip().rpartition("\n")[2] or "it ended without a word"
             remedy = f"a run would go without it, or end: {_INSTALL}"
-            rows.append(_judge(f"import {module}", "works", found, found == "works", remedy))
+            row = _judge(f"import {module}", "works", found, found == "works", remedy)
+        rows.append(row)
     return rows
 
 
@@ -322,13 +343,10 @@ def import_findings(driver: bool) -> list[Finding]:
 
 def machine_findings(gpu: bool) -> list[Finding]:
     """Returns what the machine offers: memory, files, a compiler."""
-    memory = psutil.virtual_memory().available
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # raised to the hard limit by now
-    many = files == resource.RLIM_INFINITY or files >= 4096
     more_files = "raise the hard limit: `ulimit -Hn 65536` as root, limits.conf, or docker --ulimit"
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "none")
-    for_compiler = "for Transformer Engine" if gpu else "on GPU machines only"
     # the sandbox of grader `code` and of the environment `python`
     isolation = importlib.import_module("megagrpo.sandbox.sandbox").isolation()
     programs = (
@@ -336,12 +354,19 @@ def machine_findings(gpu: bool) -> list[Finding]:
         "(kernel.unprivileged_userns_clone, seccomp)"
     )
     return [
-        at_least("free memory", memory, 6 * _GIB, 4 * _GIB, "fewer ranks or engines"),
+        at_least(
+            "free memory",
+            psutil.virtual_memory().available,
+            6 * _GIB,
+            4 * _GIB,
+            "fewer ranks or engines",
+        ),
         at_least("free /dev/shm", shared, _GIB, _GIB // 16, "docker --shm-size=4g, or remount it"),
-        _judge("open files", "4096", str(files), many, more_files, "warning"),
+        # -1: no limit
+        _judge("open files", "4096", str(files), not 0 <= files < 4096, more_files, "warning"),
         _judge(
             "C++ compiler",
-            for_compiler,
+            "for Transformer Engine" if gpu else "on GPU machines only",
             compiler,
             compiler != "none",
             "apt-get install g++",
@@ -355,6 +380,11 @@ def machine_findings(gpu: bool) -> list[Finding]:
 
 def at_least(what: str, found: int, good: int, least: int, remedy: str) -> Finding:
     """Judges a number of bytes: from `good` on ok, from `least` on a warning, else an error."""
-    otherwise = "warning" if found >= least else "error"
-    wanted = f"{good / _GIB:.0f} GiB"
-    return _judge(what, wanted, f"{found / _GIB:.1f} GiB", found >= good, remedy, otherwise)
+    return _judge(
+        what,
+        f"{good / _GIB:.0f} GiB",
+        f"{found / _GIB:.1f} GiB",
+        found >= good,
+        remedy,
+        "warning" if found >= least else "error",
+    )

@@ -148,6 +148,14 @@ def test_kernels_that_engines_compile_need_a_toolkit_of_torchs_cuda(
     assert doctor._toolkit("13.0")[0].status == "ok"
 
 
+@pytest.mark.parametrize(("home", "status"), [("/proc/none", "error"), ("", "error"), (str(ROOT), "ok")])
+def test_kernels_that_engines_compile_need_a_home(on_gpus, monkeypatch, home, status):
+    """Triton and others keep them below it; users of some containers have none, or that of another user."""
+    monkeypatch.setenv("HOME", home)
+    judged = on_gpus("580.65.06", SEES)["HOME"]
+    assert judged.status == status and bool(judged.remedy) == (status == "error")
+
+
 def test_a_gpu_machine_without_any_package_is_diagnosed(environment, monkeypatch):
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.65.06")
     answer = BLIND | {"cuda": None}
