@@ -66,20 +66,16 @@ def marked_programs(text: str) -> list[str]:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yields (language, content) of each fenced block; the last one may be unclosed.
-
-    Reads each character a fixed number of times: a response may consist of fences.
-    """
-    start = text.find(_FENCE)
-    while start >= 0:
-        start += len(_FENCE)
-        closed = text.find(_FENCE, start)
-        end = closed if closed >= 0 else len(text)
-        line_end = text.find("\n", start, end)
-        if line_end >= 0:  # else it is code within a line
-            language = re.findall(r"\w*", text[start:line_end].strip())[0]
-            yield language, text[line_end + 1 : end]
-        start = text.find(_FENCE, end + len(_FENCE))
+    """Yields (language, content) of each fenced block; the last one may be unclosed. Of a block in a
+    list the content loses the indentation of its fence, as in Markdown."""
+    parts = text.split(_FENCE)
+    for before, block in zip(parts[::2], parts[1::2], strict=False):
+        head, newline, content = block.partition("\n")
+        if newline:  # else it is code within a line
+            margin = before.rpartition("\n")[2]
+            if margin.isspace() and content.startswith(margin):
+                content = re.sub(f"(?m)^{margin}", "", content)
+            yield re.findall(r"\w*", head.strip())[0], content
 
 
 def _run_scripts(
