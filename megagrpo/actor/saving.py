@@ -52,8 +52,9 @@ _FORM = "distrib_optim_sharding_type"
 _OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"
 _MESSAGE_CHARACTERS = 300
 _OTHER_BUCKETS = (
-    ". Own parts are cut as actor.ddp says (bucket_size, overlap_grad_reduce). If it has changed, put it "
-    "back once and ask the run to stop (SIGUSR1 to the launcher), with checkpoint.reshardable last or always"
+    ". Own parts are cut by actor.ddp (bucket_size, overlap_grad_reduce) and main_grads_dtype of "
+    "actor.optimizer.megatron. If one has changed, put it back once and ask the run to stop (SIGUSR1 to the "
+    "launcher), with checkpoint.reshardable last or always"
 )
 _KIND = "kind_of_optimizer"
 _KIND_FIELDS = (

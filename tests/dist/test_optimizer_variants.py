@@ -43,13 +43,14 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
     parts = {"optimizer": AWARE, "load": True, "checkpoint": str(tmp_path / "aware False")}
     jobs.append({**base, **parts, "transformer_engine": False})
     jobs.append({**base, **parts, "ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}})
+    jobs.append({**base, **parts, "optimizer": AWARE | {"main_grads_dtype": "bfloat16"}})
     adam = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-5}
     for name, optimizer in VARIANTS.items():
         saved = str(tmp_path / f"{name} True")
         megatron = {name: adam[name] for name in ("adam_beta1", "adam_eps")}
         own = {"optimizer": optimizer | megatron, "checkpoint": saved, "weights": f"{saved}.pt"}
         jobs.append({**base, **own, "load": True, "adam": {"adam_beta2": adam["adam_beta2"]}})
-    *runs, other_kind, other_layers, other_buckets, _, _, _, _ = results = run_ranks(
+    *runs, other_kind, other_layers, other_buckets, other_gradients, _, _, _, _ = results = run_ranks(
         1, tmp_path / "ranks", jobs, "optimizer_ranks.py", pool=TRANSFORMER_ENGINE_POOL
     )
     for job, first, resumed in zip(jobs[::2], runs[::2], runs[1::2], strict=False):
@@ -71,7 +72,8 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
     assert "use_precision_aware_optimizer" in other_kind["refused"]
     # torch's experts lie one after the other in a bucket, Transformer Engine's as two groups
     assert "actor.transformer_engine True, here it is False" in other_layers["refused"]
-    assert "cut as actor.ddp says" in other_buckets["refused"] and "reshardable last" in other_buckets["refused"]
+    for other in (other_buckets, other_gradients):
+        assert "cut by actor.ddp (bucket_size, overlap_grad_reduce) and main_grads_dtype" in other["refused"]
     for changed in results[-len(VARIANTS) :]:  # the experiment's, not those of the file
         assert changed["adam"] == [[0.8, 0.9, 1e-5]] and not changed["same"]
 
