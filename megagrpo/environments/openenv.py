@@ -66,14 +66,13 @@ class OpenEnv:
         except self._lost as exc:
             raise Unavailable(f"{kind}: {type(exc).__name__}: {exc}") from exc
         if answer["type"] == "error":
-            raise RuntimeError(
-                f"{kind}: {answer['data'].get('code')}: {answer['data'].get('message')}"
-            )
+            words = f"{kind}: {answer['data'].get('code')}: {answer['data'].get('message')}"
+            # sessions of others will end
+            raise (Unavailable if ": CAPACITY_REACHED:" in words else RuntimeError)(words)
         return answer["data"]
 
-    def _text(self, answer: Mapping[str, object]) -> str:
+    def _text(self, answer: dict) -> str:
         observation = answer.get("observation") or {}
-        assert isinstance(observation, dict), "as the protocol has it"
         if self._observation:
             observation = observation.get(self._observation)
         if isinstance(observation, str):

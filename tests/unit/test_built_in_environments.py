@@ -253,6 +253,8 @@ def url() -> Iterator[str]:
                     return
                 case "step", {"message": "boom"}:
                     answer = {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}}
+                case "step", {"message": "full"}:
+                    answer = {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}
                 case "step", {"message": "leave"}:
                     return
                 case "step", {"message": "unscored"}:
@@ -290,6 +292,8 @@ def test_its_errors_and_a_server_that_is_gone(url: str):
     environment = OpenEnv(LEVEL_ROW, 7, url)
     with pytest.raises(RuntimeError, match="step: EXECUTION_ERROR: boom"):
         environment.step("boom")
+    with pytest.raises(Unavailable, match="step: CAPACITY_REACHED: full"):
+        environment.step("full")
     with pytest.raises(RuntimeError, match="without a reward in any step"):
         environment.step("unscored")
     environment.step("hi")
