@@ -97,7 +97,7 @@ SPECIAL: dict[str, list[object] | None] = {
     "actor.ddp": [{"overlap_grad_reduce": True}, {"bucket_size": 20000}, {"pad_buckets_for_high_nccl_busbw": True}],
     "actor.optimizer.megatron": [
         {"adam_beta1": 0.8}, {"adam_eps": 1e-6}, {"optimizer_cpu_offload": True},
-        {"use_precision_aware_optimizer": True}, {"overlap_cpu_optimizer_d2h_h2d": True},
+        {"use_precision_aware_optimizer": True}, {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     ],
     "actor.megatron": [
         {"moe_permute_fusion": True}, {"attention_backend": "unfused"},

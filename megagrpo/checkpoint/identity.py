@@ -71,11 +71,11 @@ def differences(saved: Mapping[str, object], own: Mapping[str, object]) -> list[
     if isinstance(lora, Mapping):
         saved = {**saved, "lora": adapter_numbers(LoraConfig.model_validate(lora))}
     before = {_RECURRENT.sub("model.recurrent.", name): value for name, value in leaves(saved)}
-    now = dict(leaves(own))
+    # which older checkpoints do not say
+    now = {name: value for name, value in leaves(own) if name in before or name != "trained_draft"}
     return [
         f"{name}: checkpoint {before.get(name)!r}, this run {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
+        for name in sorted(dict(before.items() ^ now.items()))
     ]
 
 

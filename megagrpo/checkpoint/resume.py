@@ -49,8 +49,8 @@ def run_identity(
     if actor.arch.vision is not None:
         # frozen parameters have no optimizer state
         model["trained_vision"] = config.actor.trained_vision
-    if config.actor.has_draft and not config.actor.trains_draft:
-        model["trained_draft"] = False
+    if config.actor.has_draft:
+        model["trained_draft"] = config.actor.trains_draft
     if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = adapter_numbers(config.actor.lora)
         model["base"] = _fingerprint(config, actor.mesh)
@@ -168,8 +168,11 @@ def resume(
     state.ahead, saved = waiting_groups(source, identity, mesh)
     if moved == state.step > 0:
         actor.keep_reference()
-    begun = state.curriculum or saved
-    if begun and compared is not identity and data_problem(source, identity.rows):
+    if (
+        (state.curriculum or saved)
+        and compared is not identity
+        and data_problem(source, identity.rows)
+    ):
         # groups ahead are compared with their prompts later
         state.curriculum, saved = None, []
         if mesh.is_main:
