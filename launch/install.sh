@@ -11,6 +11,7 @@
 # Indexes and wheel folders come from pip's configuration. The default index has torch for CUDA: on a laptop, set
 # PIP_EXTRA_INDEX_URL to PyTorch's CPU index first.
 set -euo pipefail
+unset CDPATH # with it, cd may go elsewhere
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${MEGAGRPO_VENV:-.venv}"
 started=$SECONDS

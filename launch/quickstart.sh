@@ -3,6 +3,7 @@
 # supervised steps, and improves it with GRPO, with real Megatron-Core trainers and a real SGLang engine.
 # usage: launch/quickstart.sh [CONFIG.yaml] [section.key=value ...]      default: configs/quickstart.yaml
 set -euo pipefail
+unset CDPATH # with it, cd may go elsewhere
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 config=configs/quickstart.yaml
 if [[ "${1:-}" == *.yaml ]]; then

@@ -7,6 +7,7 @@
 # only tests of cluster/ install Slurm and only those of e2e/ a pretrained model. Without paths, tests/run_parts.py runs all
 # folders, two parts at a time.
 set -euo pipefail
+unset CDPATH # with it, cd may go elsewhere
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${MEGAGRPO_VENV:-.venv}/bin/python"
 selection=(-m "not slow")
