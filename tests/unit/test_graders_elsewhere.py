@@ -87,9 +87,19 @@ CASES = r"\boxed{\begin{cases}1 & \text{if } x > 0 \\ 2 & \text{if } x < 0\end{c
         (r"\boxed{\overrightarrow{\mathrm{AB}}}", r"\overrightarrow{\mathrm{CD}}", 0),
         (r"\boxed{9\,\text{kg}\cdot\text{m}/\text{s}^2}", "9", 1),
         (r"\boxed{6 \text{ or } \sqrt{2}\text{ cm}}", r"6, \sqrt{2}", 1),
+        (r"\boxed{9.8\,\mathrm{m}\,\mathrm{s}^{-2}}", "9.8", 1),
+        (r"\boxed{8.3\,\mathrm{J\,mol^{-1}\,K^{-1}}}", "8.3", 1),
+        (r"\boxed{100\text{ °C}}", "100", 1),
+        (r"\boxed{2\text{ m}^{10}}", "2", 1),
+        (r"\boxed{5\text{ m} = 500\text{ cm}}", "5", 1),
+        (r"\boxed{5 \text{ (mod }7\text{)}}", "5", 1),
+        (r"\boxed{x_{\text{min}} = \frac{3}{4}\text{ m}}", "3/4", 1),
+        (r"\boxed{x_{\text{min}} = \frac{3}{4}\text{ m}}", "3", 0),
+        (r"\boxed{5\text{ m}\times 3\text{ m}.}", r"5\text{ m}\times 3\text{ m}", 1),
         # and all words of a definition by cases
         (CASES.replace("2", "3"), CASES, 0),
         (CASES, CASES.replace("text", "mathrm"), 1),
+        (CASES[:-1] + ".}", CASES, 1),
     ],
 )
 def test_math_keeps_what_math_verify_drops_as_a_unit(text, answer, score):

@@ -57,7 +57,8 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 _TYPE = r"\\(?:text|mathrm|mbox|mathbf|mathit)\s*"
-_UNIT = rf"{_TYPE}\{{[^{{}}]*\}}(?:\s*\^\s*\{{?-?\d\}}?)?"
+_UNIT = rf"{_TYPE}\{{(?:[^{{}}]|\{{[^{{}}]*\}})*+\}}(?:\s*\^\s*\{{?-?[\d/]++\}}?)?+"
+_UNITS = rf"(?:{_UNIT}(?:[\s/]|\\(?:[,;:! ]|cdot|times))*+)"
 _SPELLINGS = (
     # a word but infinity; math-verify takes the e of even for Euler's number, that of Even for a name, and
     # no true
@@ -65,6 +66,9 @@ _SPELLINGS = (
     (r"[,;]\s*(?:\\[lc]?dots(?![a-zA-Z])|\.{3,})", ",…"),  # in a list
     (r"\\varnothing\b|∅", r"\\emptyset"),
     (r"\\mathbb\s+(\w)", r"\\mathbb{\1}"),
+    (r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])", r"\1"),  # **bold**
+    # the full stop of a sentence, or one before a unit
+    (r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)", ""),
     # no units: bold or italic letters, upright e, i, and letters behind a sign
     (
         r"\\math(?:bf|it)\s*\{\s*([a-zA-Z])\s*\}|\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"
@@ -77,15 +81,15 @@ _SPELLINGS = (
         ", ",
     ),
     (rf"(?<=[\d}})])\s*{_UNIT}(?=\s*(?:[)\]]|\\\}}))", ""),
-    # other words inside: a space behind the last brace
+    # other words inside, not before an equation or in parentheses: a space for the last units
     (
-        rf"^(?!{_TYPE})(?=.*\}}$)(?>.*?(?={_TYPE}\{{(?!\s*(?:and|or)\b)))(?!(?:{_UNIT}[\s/]*+(?:\\cdot\s*)?)+$).*",
-        r"\g<0>\\,",
+        rf"^(?!{_TYPE})(?=.*\}}$)((?>.*?(?={_TYPE}\{{(?!\s*(?:and|or)\b)))"
+        rf"(?!{_UNITS}*(?:$|=|\\approx|{_TYPE}\{{[^}}]*\()).*?)(?:(?<=[\d}})])\s*{_UNITS}{{1,9}}+)?$",
+        r"\1\\,",
     ),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))", ""),  # 1\,000
     (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}"),
     (r"√\s*(\d+|[a-zA-Z])|(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]", r"\\sqrt{\1\2}"),
-    (r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])", r"\1"),  # **bold**
     # sympy takes names for coprime: gcd(m, n) would be 1, and lcm(m, n) their product
     (
         r"(?:\\(?:operatorname|text|mathrm)\s*\{|\\|(?<![\\a-zA-Z]))(gcd|lcm)\}?\s*(?:\\left)?"
@@ -106,8 +110,6 @@ _SPELLINGS = (
         r"(?<![\d.,}])(\d{1,30}) *\\[dt]?frac *\{?(\d{1,30})\}? *\{?(\d{1,30})\}?(?= *\\?%)",
         lambda match: rf"\frac{{{int(match[1]) * int(match[3]) + int(match[2])}}}{{{match[3]}}}",
     ),
-    # the full stop of a sentence, or one before a unit
-    (r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)", ""),
 )
 _CHARACTERS = str.maketrans(
     {
