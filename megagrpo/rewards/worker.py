@@ -3,11 +3,10 @@
 import json
 import math
 import sys
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import cache
 from numbers import Real
-from typing import cast
 
 from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.functions import (
@@ -18,7 +17,7 @@ from megagrpo.rewards.graders.functions import (
 )
 from megagrpo.rewards.part_rewards import read_parts
 from megagrpo.rewards.workers import Call, Graded
-from megagrpo.system.worker_process import answer_calls, attempted
+from megagrpo.system.worker_process import Value, answer_calls, attempted
 
 LOADERS = {
     # inputs: text, answer, and the row's source and extra values; see call_grader
@@ -33,7 +32,7 @@ def loaded_grader(kind: str, function: str, args: str) -> GraderFunction:
     return LOADERS[kind](function, json.loads(args))
 
 
-def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Graded:
+def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[Value]) -> Graded:
     """Returns scores and detail, or an error if the function raises or does not return finite
     numbers."""
 
@@ -47,14 +46,14 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
     if raised is not None:  # the outcome of this sample, not the end of the run
         return Graded("error", detail=f"{function} raised {type(raised).__name__}: {raised}")
     detail = ""
-    num_texts = len(cast(Sized, inputs[0]))
+    num_texts = len(inputs[0])
     parts: list = []  # rewards of spans and of tokens
     if kind == "grade":
         if value is None:
             return Graded("none", detail=f"{function} returned None, no score")
         if isinstance(value, tuple) and len(value) == 2:
             value, detail = value[0], str(value[1])
-        read, raised = attempted(lambda: read_parts(value, str(inputs[0])))
+        read, raised = attempted(lambda: read_parts(value, inputs[0]))
         if read is None:
             return Graded("error", detail=f"{function}: {raised}")
         score, *parts = read

@@ -42,7 +42,7 @@ class GraderWorkers:
         make = partial(
             WorkerProcess, python_module("megagrpo.rewards.worker"), [json.dumps(preload)]
         )
-        self._timeout_s = timeout_s
+        self._preload, self._timeout_s = preload, timeout_s
         self._slots = [WorkerSlot(make) for _ in range(num_workers)]
         self._idle = asyncio.Queue[WorkerSlot]()
         for slot in self._slots:
@@ -58,7 +58,8 @@ class GraderWorkers:
         try:
             # a start and an import of a row's grader do not count towards the time limit
             process = await slot.started()
-            await process.only_call(call, START_TIMEOUT_S)
+            if call not in self._preload:
+                await process.only_call(call, START_TIMEOUT_S)
             value, error = await process.only_call([*call, list(inputs)], self._timeout_s)
         except TimeoutError:
             return Graded("timeout", detail=f"{call[1]} gave no result in {self._timeout_s:g} s")
