@@ -73,7 +73,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         head, newline, content = block.partition("\n")
         if newline:  # else it is code within a line
             margin = before.rpartition("\n")[2]
-            if margin.isspace() and content.startswith(margin):
+            if margin.isspace() and content.lstrip("\n").startswith(margin):
                 content = re.sub(f"(?m)^{margin}", "", content)
             yield re.findall(r"\w*", head.strip())[0], content
 
@@ -179,8 +179,7 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
         for symbol in _global_symbols(symtable.symtable(statement, "test", "exec")):
             defines = symbol.is_assigned() or symbol.is_imported()
             (bound if defines else loaded).add(symbol.get_name())
-    known = set(vars(builtins)) | sys.stdlib_module_names | {RIGHT}
-    names = loaded - bound - known
+    names = loaded - bound - set(vars(builtins)) - sys.stdlib_module_names - {RIGHT}
     names |= {name for by, name in handed if by in bound} - bound
     if tests.function is not None:
         names.add(tests.function)

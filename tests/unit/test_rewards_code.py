@@ -410,6 +410,7 @@ def test_programs_at_the_same_time_have_other_user_ids():
         ("```python\ncut off", "cut off"),
         ("1. so:\n   ```python\n   a:\n       b\n\n   ```\n", "a:\n    b\n\n"),  # in a list
         (" ```python\na:\n    b\n```", "a:\n    b\n"),
+        ("  ```python\n\n  a\n  ```", "\na\n"),
     ],
 )
 def test_the_last_python_block_is_the_program(text, program):
