@@ -21,7 +21,7 @@ from megagrpo.rollout.service.engine_command import (
 )
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.explain import settings_report
-from tests.experiments import experiment, python, setting_problems
+from tests.experiments import ROOT, experiment, python, setting_problems
 
 
 def place(cuda: bool, node_rank: int = 0) -> ServerPlace:
@@ -108,6 +108,16 @@ def test_refused(given, said):
     """One field of each kind of refusal; docs/reference/configuration.md, which a test compares, has them all."""
     found = problems(sglang=given)
     assert len(found) == 1 and said in found[0], found
+
+
+@pytest.mark.parametrize(("model", "read"), [("GLM-4.7-Flash", "auto"), ("GLM-4.5-Air", None)])
+def test_a_draft_that_cannot_start_with_random_weights_is_read(model, read):
+    """sglang's Glm4MoeLiteForCausalLMNextN takes itself for a whole model after a dummy start, and ends the engine."""
+    drafting = experiment(
+        model={"path": str(ROOT / "configs/models" / model)}, rollout={"draft_tokens": 2}, actor={"draft": {}}
+    )
+    settings = engine_settings(drafting, place(cuda=True))
+    assert (settings["load_format"], settings.get("speculative_draft_load_format")) == ("dummy", read)
 
 
 def test_a_hierarchical_cache_has_a_size_and_no_drafts():

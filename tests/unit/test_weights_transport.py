@@ -373,6 +373,18 @@ def test_what_a_model_computes_after_loading_is_looked_for_once(monkeypatch):
     assert model.doubled is captured and torch.equal(captured, torch.full((8, 4), 6.0))
 
 
+def test_a_draft_is_told_that_it_is_one():
+    class Draft(torch.nn.Module):
+        def post_load_weights(self, is_nextn=False, weight_names=None):
+            self.computed_as = is_nextn
+
+    target, draft = Draft(), Draft()
+    engine_end(target, draft)
+    for model, is_draft in ((target, False), (draft, True)):
+        model.post_load_weights()
+        assert model.computed_as is is_draft
+
+
 def test_a_bucket_has_the_time_of_its_publish_and_not_what_was_left_when_the_engine_joined(engine, tmp_path):
     receiving = ReceivingEnd(engine)
     trainer = Trainer(tmp_path, engine, "broadcast")

@@ -79,7 +79,7 @@ def _derived(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str
                 yield path, module, name, value
 
 
-def compute_in_place(model: torch.nn.Module) -> None:
+def compute_in_place(model: torch.nn.Module, **always: bool) -> None:
     """Lets tensors that post_load_weights computes anew stay where they lie, which CUDA graphs
     read. SGLang's Kimi-Linear would leave the old ones to the graphs, and free them."""
     compute = getattr(model, "post_load_weights", None)
@@ -87,14 +87,13 @@ def compute_in_place(model: torch.nn.Module) -> None:
         return
 
     # looked for once: transport broadcast computes them after each of thousands of buckets
-    places = [(module, name) for _, module, name, _ in _derived(model)]
+    places = list(_derived(model))
 
     def computed(*args: object, **options: object) -> None:
-        before = [(module, name, getattr(module, name)) for module, name in places]
-        compute(*args, **options)
-        for module, name, old in before:
+        compute(*args, **always | options)
+        for _, module, name, old in places:
             new = getattr(module, name)
-            if new is not old and (new.shape, new.dtype) == (old.shape, old.dtype):
+            if (new.shape, new.dtype) == (old.shape, old.dtype):
                 setattr(module, name, old.copy_(new))
 
     model.post_load_weights = computed  # type: ignore[assignment]  # torch takes it for a Tensor or a Module

@@ -331,7 +331,8 @@ class WithDraft(torch.nn.Module):
         super().__init__()
         self.model = model
         self.draft = draft
-        if any(hasattr(part, "post_load_weights") for part in self.children()):
+        self._computing = [part for part in (model, draft) if hasattr(part, "post_load_weights")]
+        if self._computing:
             self.post_load_weights = self._post_load_weights
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
@@ -340,18 +341,19 @@ class WithDraft(torch.nn.Module):
             part.load_weights(weights)  # type: ignore[operator]  # torch takes it for a Tensor or a Module
 
     def _post_load_weights(self) -> None:
-        for part in self.children():
-            if hasattr(part, "post_load_weights"):
-                part.post_load_weights()  # type: ignore[operator]  # as above
+        for part in self._computing:
+            part.post_load_weights()  # type: ignore[operator]  # as above
 
 
 def engine_end(model: torch.nn.Module, draft: torch.nn.Module | None = None) -> EngineEnd:
     """Returns the one EngineEnd of a model and its draft."""
     if model not in _ends:
         _ends[model] = EngineEnd(model, draft)
-        for part in (model, draft):
-            if part is not None:
-                compute_in_place(part)
+        compute_in_place(model)
+        if (
+            draft is not None
+        ):  # of SGLang's drafts GLM-4.7-Flash's does not say itself that it is one
+            compute_in_place(draft, is_nextn=True)
     return _ends[model]
 
 
