@@ -209,7 +209,7 @@ def _names_any(text: str, paths: Iterable[KeyPath]) -> bool:
     """Returns whether a message names one of the keys, so that it may be a consequence of the
     value there."""
     keys = {str(path[-1]) for path in paths if len(path) > 1}
-    return not keys.isdisjoint(re.findall(r"\w+", text))
+    return not keys.isdisjoint(re.findall(r"[\w-]+", text))
 
 
 def _places(source: _Source, text: str, path: KeyPath) -> str:

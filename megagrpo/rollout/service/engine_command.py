@@ -121,10 +121,8 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
             "speculative_num_draft_tokens": rollout.draft_tokens + 1,
         }
         # SGLang takes this draft for a whole model after a start with random weights
-        if (
-            read_description(Path(config.model.path) / "config.json")["model_type"]
-            == "glm4_moe_lite"
-        ):
+        hf = read_description(Path(config.model.path) / "config.json")
+        if hf.get("model_type") == "glm4_moe_lite":
             settings["speculative_draft_load_format"] = "auto"
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True

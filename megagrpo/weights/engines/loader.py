@@ -350,9 +350,8 @@ def engine_end(model: torch.nn.Module, draft: torch.nn.Module | None = None) -> 
     if model not in _ends:
         _ends[model] = EngineEnd(model, draft)
         compute_in_place(model)
-        if (
-            draft is not None
-        ):  # of SGLang's drafts GLM-4.7-Flash's does not say itself that it is one
+        if draft is not None:
+            # of SGLang's drafts GLM-4.7-Flash's does not say itself that it is one
             compute_in_place(draft, is_nextn=True)
     return _ends[model]
 
