@@ -78,12 +78,12 @@ def test_check_says_how_many_samples_run_at_once(prepared, settings, said, tmp_p
 
 
 def test_training_may_take_longer_than_a_rollout():
-    config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 1.0}, algorithm=TIS)
+    config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 3.0}, algorithm=TIS)
     free: list[bool] = []
     hang = lambda body: not free and body["input_ids"][1] >= 100 + WANTED  # noqa: E731
     with sampling(config, hang=hang) as (_, source, state):
         take(source, state)
-        time.sleep(1.3)
+        time.sleep(3.3)
         free.append(True)
         assert trained(take(source, state).groups) == [2, 3]
 
