@@ -123,9 +123,12 @@ def yarn_refusals(
     missing = [key for key in needed if not scaling.get(key)]
     read = {*needed, *_ROPE_READ, *more}
     others = sorted(key for key in scaling.keys() - read if scaling[key] is not None)
-    lacks = [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"]
-    more_than = [f"rope scaling 'yarn' with {', '.join(others)} is not supported"]
-    return lacks * bool(missing) + more_than * bool(others)
+    problems = []
+    if missing:
+        problems.append(f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there")
+    if others:
+        problems.append(f"rope scaling 'yarn' with {', '.join(others)} is not supported")
+    return problems
 
 
 def every_scaling_refused(scaling: HfConfig) -> list[str]:

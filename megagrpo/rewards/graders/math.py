@@ -102,7 +102,7 @@ _SPELLINGS = (
     (r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|pi)(?![a-zA-Z])", r"\\\1 "),
     (r"\*\*\s*(-?(?:\d*\.)?\d+|[a-zA-Z]|\([^()]*\))", r"^{\1}"),
     # no units, and Euler's number and the imaginary unit as physicists write them
-    (r"(?<=[\d}])(ab|bc)$|\\mathrm\s*(?:\{([ei])\}|([ei])(?![a-zA-Z]))", r"{\1\2\3}"),
+    (r"(?<=[\d}])(ab|bc)$|\\mathrm\s*([ei])(?![a-zA-Z])", r"{\1\2}"),
     (r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}", _repeated),
     (r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),  # 1 1/2
     # 33 1/3 %, of which math-verify reads 1/3 %
